@@ -114,12 +114,14 @@ def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transform
     assert kept(5.0, rule=blocks, kind=BLOCK).ratio in (0.875, 0.75, 0.5)
 
 
-def draw(model, config, sampling, steps=STEPS):
+def draw(model, config, *samplings, family="sd15", sizes=(1.0,), steps=STEPS):
+    """The last prediction of the last sampling, and the report. sizes: factors of each sampling's latent."""
     x, text = inputs(4, 1, 16, 16)
     with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
-        for timestep in steps:
-            handle.set_time(timestep=timestep, sampling=sampling, timesteps=steps)
-            out = MODELS["sd15"].forward(model, x, torch.tensor(timestep), text)
+        for sampling, size in zip(samplings, sizes, strict=True):
+            for timestep in steps:
+                handle.set_time(timestep=timestep, sampling=sampling, timesteps=steps)
+                out = MODELS[family].forward(model, size * x, torch.tensor(timestep), text)
         return out, handle.report()
 
 
@@ -138,32 +140,21 @@ def test_if_the_error_exceeds_max_error_more_keys_are_kept_then_all_and_the_repo
     assert level["bounded"] and all(told["error"] > 0 for told in level["errors"])
     plain, unbounded = draw(model, replace(config, max_error=None), "one")
     assert not unbounded.levels[0].bounded and not torch.equal(out, plain)
-    whole = MODELS["sd15"].forward(model, inputs(4, 1, 16, 16)[0], STEPS[-1], inputs(4, 1, 16, 16)[1])
+    x, text = inputs(4, 1, 16, 16)
+    whole = MODELS["sd15"].forward(model, x, STEPS[-1], text)
     assert (out - whole).norm() < (plain - whole).norm()
 
 
 def test_equal_samplings_are_equal_whatever_ran_before():
     model, config = small(), on_small("balanced")
-    alone = draw(model, config, "one")[0]
-    x, text = inputs(4, 1, 16, 16)
-    with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
-        for sampling, size in (("other", 2.0), ("one", 1.0)):
-            for timestep in STEPS:
-                handle.set_time(timestep=timestep, sampling=sampling, timesteps=STEPS)
-                out = MODELS["sd15"].forward(model, size * x, timestep, text)
-    assert torch.equal(out, alone)
+    alone, _ = draw(model, config, "one")
+    assert torch.equal(draw(model, config, "other", "one", sizes=(2.0, 1.0))[0], alone)
 
 
 def test_whole_blocks_that_change_too_much_run_on_all_tokens():
-    model = sdxl()
     rule = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, side="kv", min_downsample=4,
                      keep=60.0, max_error=1e-6)  # fmt: skip
-    x, text = inputs(4, 1, 16, 16)
-    with tome_core.patch(model, MergeConfig(rules=(rule,)), host_clock=True) as handle, torch.no_grad():
-        for timestep in STEPS:
-            handle.set_time(timestep=timestep, sampling="one")
-            MODELS["sdxl"].forward(model, x, timestep, text)
-        report = handle.report()
+    _, report = draw(sdxl(), MergeConfig(rules=(rule,)), "one", family="sdxl")
     coarse = report.levels[-1]
     assert [timestep for part, timestep, _ in coarse.fits if part == "block"] == [900.0, 800.0]
     assert coarse.bounded == {("block", 1.0): 3} and coarse.reasons[f"block: {TOO_WRONG}"]
@@ -185,15 +176,11 @@ def test_a_compiled_model_keeps_as_many_keys_in_the_same_graph():
 
 
 def test_attention_that_keeps_all_tokens_is_not_taken_for_blocks_that_do(monkeypatch):
-    model, whole = sdxl(), {900.0: "attn", 800.0: "block"}
+    whole = {900.0: "attn", 800.0: "block"}
     monkeypatch.setattr(OwnError, "rule_for",
                         lambda own, kind, level, rule, timestep, weight: None if whole[timestep] == kind else rule)
     rules = [MergeRule(ratio=0.75, use_rand=False, side="kv", min_downsample=4, keep=60.0, max_error=1e-3, **of)
              for of in ({"metric": "keys+values"}, {"merge_attn": False, "merge_blocks": True})]  # fmt: skip
-    x, text = inputs(4, 1, 16, 16)
-    with tome_core.patch(model, MergeConfig(rules=tuple(rules)), host_clock=True) as handle, torch.no_grad():
-        for timestep in whole:
-            handle.set_time(timestep=timestep, sampling="one")
-            MODELS["sdxl"].forward(model, x, timestep, text)
-        merged = {(part, timestep) for part, timestep, _ in handle.report().levels[-1].fits}
+    _, report = draw(sdxl(), MergeConfig(rules=tuple(rules)), "one", family="sdxl", steps=tuple(whole))
+    merged = {(part, timestep) for part, timestep, _ in report.levels[-1].fits}
     assert merged == {("block", 900.0), ("attn", 800.0)}

@@ -1,9 +1,7 @@
-"""The steps of a sampling: which time a call has, and how long the calls between the first and last report took."""
+"""The steps of a sampling: which time a call has. How long they took is a law of the hosts' and of test_pictures.py."""
 
 import pytest
-import torch
 
-from tests.watching import step_clock
 from tome_core.engine.steps import Steps
 
 
@@ -26,17 +24,3 @@ def test_a_first_step_that_is_not_0_is_counted_but_not_followed(wrong):
     steps.begin([1.0, 0.5])
     steps.count_step(wrong)
     assert not steps.follows and steps.done == 1
-
-
-def test_the_first_step_is_not_timed_and_calls_are_told_by_kind(monkeypatch):
-    step_clock.put_on(monkeypatch, step=2.0)
-    steps, latent, heard = Steps(), torch.zeros(2, 4, 8, 8), []
-    callback = steps.counting_callback(lambda *args: heard.append(args), number_in=lambda given: given["i"])
-    for step in range(4):
-        between = max(0, step - 1)
-        assert steps.timed == (2.0 * between, 2 * between)
-        steps.call(latent, "a patch")
-        steps.call()
-        callback({"i": step}, "more")
-    assert steps.timed == (6.0, 6) and steps.calls == 8 and callback.steps is steps and len(heard) == 4
-    assert steps.kinds == {((2, 4, 8, 8), torch.float32, latent.device, "a patch")}
