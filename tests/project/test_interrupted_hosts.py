@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,26 +70,15 @@ def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monk
         assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures)), name
 
 
-def at_time(number):
-    """A function that raises when it is called for that time."""
-    calls = []
-
-    def called(place):
-        calls.append(place)
-        if len(calls) == number:
-            raise RuntimeError("by the test")
-
-    return called
-
-
 @pytest.mark.parametrize(("way", "times"), [("at_step", 5), ("at", 4)])
 def test_a_fault_in_any_step_or_around_the_sampling_leaves_nothing(webui, way, times):
     """Steps of both passes, then the postprocessing; before sampling, between the passes, and decoding."""
     for number in range(1, times + 1):
+        at_time = Mock(side_effect=[*[None] * (number - 1), RuntimeError("by the test"), *[None] * times])
         with pytest.raises(RuntimeError, match="by the test"):
-            webui.draw(True, **{way: at_time(number)})
+            webui.draw(True, **{way: at_time})
         assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures)), number
-    webui.draw(True, **{way: at_time(times + 1)})  # these were all
+    webui.draw(True, **{way: Mock(side_effect=[None] * times)})  # these were all
 
 
 def test_a_fault_of_ours_around_the_sampling_costs_no_picture(webui, monkeypatch):

@@ -206,29 +206,23 @@ def test_a_stretch_goes_on_from_joint_blocks_to_single_ones_and_merges_once(ever
     assert sum(shape[1:] == (dits.SIDE**2, 32) for shape in merges) == 1
 
 
-class Noting:
-    """Another program's code, which notes how many tokens it gets."""
+def put_hook(module: nn.Module, seen: list[int]) -> None:
+    """Another program's hook, which notes how many tokens it gets."""
 
-    def __init__(self, beneath: Any = None) -> None:
-        self.beneath, self.seen = beneath, []
+    def of_another(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
-        return self.beneath(*args, **kwargs)
-
-    def hook(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+    module.register_forward_pre_hook(of_another, with_kwargs=True)
 
 
-def put_hook(module: nn.Module) -> Noting:
-    noting = Noting()
-    module.register_forward_pre_hook(noting.hook, with_kwargs=True)
-    return noting
+def put_forward(module: nn.Module, seen: list[int]) -> None:
+    beneath = module.forward
 
+    def of_another(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+        return beneath(*args, **kwargs)
 
-def put_forward(module: nn.Module) -> Noting:
-    module.forward = Noting(module.forward)
-    return module.forward
+    module.forward = of_another
 
 
 @pytest.mark.parametrize("put", [put_hook, put_forward])
@@ -236,15 +230,15 @@ def put_forward(module: nn.Module) -> Noting:
     ("Flux", "transformer_blocks.0.norm1"), ("Flux", "single_transformer_blocks.0.attn"),
     ("Wan", "blocks.1.ffn.net.2"), ("SD3.5", "transformer_blocks.0.attn.to_q")])
 def test_code_of_others_in_a_block_gets_all_tokens_and_is_named(name, path, put, every_block_may_merge):
-    model, given = dits.make(name)
-    noting = put(model.get_submodule(path))
-    before, alone = dits.call(model, given), [*noting.seen]
-    noting.seen.clear()
+    (model, given), seen = dits.make(name), []
+    put(model.get_submodule(path), seen)
+    before, alone = dits.call(model, given), [*seen]
+    seen.clear()
     with tome_core.patch(model, CONFIG) as handle:
         merged = dits.call(model, given)
-    assert noting.seen == alone and not torch.equal(merged, before)
+    assert seen == alone and not torch.equal(merged, before)
     (why,) = [why for why in handle.report().reasons if why.startswith("block")]
-    assert "Noting" in why and path.partition(".")[2].partition(".")[2] in why
+    assert "of_another" in why and path.partition(".")[2].partition(".")[2] in why
 
 
 def test_a_call_with_gradients_keeps_all_tokens(every_block_may_merge):
