@@ -137,8 +137,6 @@ def together(beside: Beside, case: Case) -> Iterator[Both]:
         both.close(len(its))
 
 
-# --- what has to hold -------------------------------------------------------------------------------------------------
-
 def counted(report: Any) -> tuple[int, dict[str, int]]:
     """Return how many calls of attentions merged, and the reasons for the others with their numbers."""
     on = sum(count for level in report.levels for (part, *_), count in level.merged.items() if part == "attn")

@@ -91,8 +91,6 @@ def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module],
     return each(model, on)
 
 
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
 def hook(module: nn.Module) -> TakeOff:
     return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
@@ -115,8 +113,6 @@ def diffusers_hook(module: nn.Module) -> TakeOff:
 
     return take_off
 
-
-# --- in the place of forward ------------------------------------------------------------------------------------------
 
 def changing(module: nn.Module, saved: Callable) -> Callable:
     def changing(*args: Any, **kwargs: Any) -> Any:
@@ -184,8 +180,6 @@ def another_class(module: nn.Module) -> TakeOff:
     return lambda: setattr(module, "__class__", kind)
 
 
-# --- what libraries bring ---------------------------------------------------------------------------------------------
-
 class Delegating:
     """A processor that calls the former one and changes its output."""
 
@@ -215,8 +209,6 @@ def offload_no_more(model: nn.Module) -> None:
     for name in of_groups if registry is not None else ():
         registry.remove_hook(name, recurse=True)
 
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 # see `Thing.left`
 BENEATH = {(True, False)}  # an attention that computes by hand merges only by its own code, but here other code runs

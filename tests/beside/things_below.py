@@ -35,8 +35,6 @@ def has_processors(beside: Beside) -> bool:
     return is_deep(beside) and hasattr(beside.attentions[0], "processor")
 
 
-# --- processors -------------------------------------------------------------------------------------------------------
-
 class Own:
     """A processor that computes attention itself, and notes how many tokens it gets."""
 
@@ -111,8 +109,6 @@ def processor(name: str, kind: type[Own]) -> On:
     return each(lambda beside: [getattr(block, name) for block in blocks_of(beside.deep)], put_on)
 
 
-# --- lists of blocks --------------------------------------------------------------------------------------------------
-
 class Together(nn.Module):
     """Blocks as one; every second call runs the first alone, and adds what the others added in the call before."""
 
@@ -147,8 +143,6 @@ def together(model: nn.Module, saved: Callable) -> Callable:
 
     return together
 
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 def of_a_side(tokens: torch.Tensor) -> torch.Tensor:
     """Leave nothing right of the middle, as a LoRA for a region does; the number of tokens tells where that is."""

@@ -21,8 +21,6 @@ from tome_core.reporting.ledger import FEW_TOKENS, NO_GRID, OF_OTHERS, REFINED, 
 
 attend = comfy.CrossAttention.forward
 
-# --- functions -------------------------------------------------------------------------------------------------------
-
 KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
 WAYS = {"attention_basic": BIAS, "attention_split": BIAS, "attention_pytorch": BIAS, "attention_sub_quad": OWN_BIAS,
         "attention_flash": OWN_BIAS}  # fmt: skip
@@ -79,8 +77,6 @@ def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
     flat, apart = HostCall(torch.add, q, k, v, 4), HostCall(torch.add, q, k, v.unflatten(2, (4, 8)), 4)
     assert torch.equal(apart.v, flat.v) and flat.v.shape == (2, 5, 4, 8)
 
-
-# --- UNets -----------------------------------------------------------------------------------------------------------
 
 def merged(patcher: ModelPatcher, others: dict | None = None, **options):
     """The report on a sampling through the nodes. others: what other nodes put into transformer_options."""
@@ -222,8 +218,6 @@ def test_what_answers_in_the_models_place_is_counted_as_not_merged_unless_easyca
     assert reasons(report) == {REPLACED: report.levels[0].blocks}
     assert not merged(patcher, others={"easycache": SimpleNamespace(name="EasyCache", skip_current_step=True)}).reasons
 
-
-# --- transformers ----------------------------------------------------------------------------------------------------
 
 JOINT = {**KV, "metric": "keys+values", "only_if_it_pays": False}
 SIZE, GRID = (24, 32), Grid(12, 16)  # a latent's size, and the grid of its 192 tokens

@@ -64,8 +64,6 @@ def test_settings_are_the_forms_in_its_order_and_none_need_be_given():
         assert kind == [*field.choices] or not field.choices
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------
-
 def test_a_model_that_cannot_merge_passes_through_and_the_node_says_so(server):
     other, unplaced = ModelPatcher(BaseModel(nn.Sequential(nn.Linear(2, 2)))), transformer()
     unplaced.model.diffusion_model.patch_size = None

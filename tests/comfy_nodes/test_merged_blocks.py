@@ -84,8 +84,6 @@ def test_an_error_in_a_call_and_another_nodes_forward_leave_the_blocks_as_they_w
     assert blocks[0].forward is others and all("forward" not in vars(block) for block in blocks[1:])
 
 
-# --- another node's attention, which is tried -------------------------------------------------------------------------
-
 def of_others(attend: Any) -> dict:
     return {"optimized_attention_override": attend}
 
@@ -203,8 +201,6 @@ def test_a_block_that_runs_before_a_trial_gets_all_tokens():
     assert "could not be tried" in why and level.reasons[why] == 1 and count == 2 * len(branches()[2]) - 1
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
-
 def test_beside_patches_of_attention_all_blocks_stay_whole():
     _, whys, _, out, plain = with_options({"patches": {"attn2_patch": [lambda q, k, v, _: (q, k, v)]}})
     assert torch.equal(out, plain) and [why for why in whys if why.startswith("block: a patch of attention may need")]
@@ -219,8 +215,6 @@ def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other(folder, monkey
     assert f"({__name__}.attends)" in why and level.reasons[why] == 2, "of two steps"
     assert count == 2 * (len(branches()[2]) - 1)
 
-
-# --- calls ------------------------------------------------------------------------------------------------------------
 
 def test_a_block_that_gets_its_options_by_name_merges(monkeypatch):
     """As ComfyUI's do."""

@@ -28,7 +28,6 @@ from tests.thoroughness import some_quick
 from tests.watching import step_clock
 from tome_core.hosting import gains
 
-# --- the report ------------------------------------------------------------------------------------------------------
 
 def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(server, caplog):
     applied = apply(least_checkpoint(), start=0.5)
@@ -100,8 +99,6 @@ def test_of_two_passes_in_one_queue_the_node_shows_both(server):
         sample(applied, steps=steps)
         assert [line.split(", ")[1] for line in server.texts[-1][1].split(host.LINE_BREAK)] == shown
 
-
-# --- without a sampling ----------------------------------------------------------------------------------------------
 
 async def prompt(*nodes):
     """Run nodes as ComfyUI does: in the task of their prompt, nothing between them."""
@@ -207,8 +204,7 @@ def test_the_data_have_the_same_names_whatever_happened_and_the_text_says_what(s
     assert data["patched"] == bool(data["levels"]), "figures are of a model that merges"
 
 
-# --- times: samplings of a node that is on are compared with those of a node that is off -----------------------------
-
+# times: samplings of a node that is on are compared with those of a node that is off
 TOLD = "2.0x faster in your pictures (3 with merging, 3 without)"
 
 
@@ -285,8 +281,6 @@ def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothi
     drawn(is_on)
     assert len(gains.KNOWN.pictures) == 1
 
-
-# --- preview ---------------------------------------------------------------------------------------------------------
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
     image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))

@@ -30,8 +30,6 @@ def looks_right(place: Path) -> None:
     assert all((place / file).is_file() for file in files)
 
 
-# --- the ways in -----------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder like ComfyUI's, in a folder whose name not every terminal can show."""
@@ -80,8 +78,6 @@ def test_a_base_directory_and_a_folder_around_comfyui_are_taken_too(folder, tmp_
     folder.rename(tmp_path / COMFYUI.below)
     assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
 
-
-# --- other files of the pack -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("language", ["en", "zh", "ja"])
 def test_the_texts_of_the_nodes_are_there_and_translated(language):

@@ -31,8 +31,6 @@ def sample(guider=DeviceGuider, sampler=KNOWN, steps=3, **values) -> torch.Tenso
     return guider(apply(least_checkpoint(), **values)).sample(steps=steps, sampler=sampler)
 
 
-# --- noise levels ----------------------------------------------------------------------------------------------------
-
 def test_a_sampling_waits_once_however_many_steps_it_has_and_at_each_call_if_its_sampler_is_not_known(waits):
     for sampler, steps, values, waited in (
         (KNOWN, 2, RANGE, ["tolist"]), (KNOWN, 6, RANGE, ["tolist"]), (KNOWN, 3, KEPT, ["tolist"]),
@@ -90,8 +88,6 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
     (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in merged.items())  # late ones keep more keys
     assert late / (early + late) == pytest.approx(share)
 
-
-# --- matches ---------------------------------------------------------------------------------------------------------
 
 class SplitGuider(Guider):
     """A guider that calls the model once for each prompt, as if memory were short."""

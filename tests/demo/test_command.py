@@ -49,8 +49,6 @@ def test_the_verdict_calls_a_loss_a_loss_and_judges_the_change_by_nearness_and_d
     assert all(word in said for word in words) and ("gains nothing" in said) == is_rough
 
 
-# --- a whole run ------------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """The sheet, and the printed table and progress, of two pictures in two steps at two strengths."""
@@ -109,8 +107,6 @@ def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path
     loaded.assert_called_once_with(str(single), config=str(tiny_folder), local_files_only=True)
     assert "strength 0.3: Token merging" in capsys.readouterr().out
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 def refusal(capsys, *arguments):
     """The single sentence of a command line that exits with 2."""

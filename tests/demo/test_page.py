@@ -29,8 +29,6 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
           **form.values_of(tome_core.strength(0.5))}  # fmt: skip
 
 
-# --- by itself --------------------------------------------------------------------------------------------------------
-
 def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
     config = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
@@ -74,8 +72,6 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
     drawn = studio.draw(Wanted("", 2, 1, {"strength": 0.5}), lambda *_: None)
     assert (drawn.plain == 2).all() and "Token merging" in drawn.report and traces(source.target) == before
 
-
-# --- in a browser -----------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def served(config, port, tmp_path):

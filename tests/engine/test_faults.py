@@ -135,8 +135,6 @@ def test_errors_of_others_pass_out_of_the_beginning_of_a_call(monkeypatch):
         MODELS["sd15"].call(model)
 
 
-# --- a law over every function that runs in a call --------------------------------------------------------------------
-
 CONFIGS = {"balanced": tome_core.strength(0.5, "sdxl"), "blocks": MergeConfig(rules=(MergeRule(
     merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, min_downsample=4),)),
     "tomesd": MergeConfig(ratio=0.5, proportional=False, merge_crossattn=True, merge_mlp=True)}  # fmt: skip

@@ -30,8 +30,6 @@ def left_alone(webui, module, **kwargs):
     return reason
 
 
-# --- A1111 ------------------------------------------------------------------------------------------------------------
-
 def apply_hypernetworks(loaded, context, layer=None):
     """Each hypernetwork changes the tokens of keys and values if it knows their width."""
     keys = values = context
@@ -106,8 +104,6 @@ def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
     assert not torch.allclose(module(x), plain)
     assert conformance.way(module, torch.float64, engine=webui.engine()) == expected
 
-
-# --- the Forges -------------------------------------------------------------------------------------------------------
 
 def cutting(q, k, v, heads, mask=None, attn_precision=None):
     """Attend with a mask, cut by queries if memory is short, even if the mask has one row for all queries."""

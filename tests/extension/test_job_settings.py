@@ -20,8 +20,6 @@ def read(webui, curve="sd", **given):
     return settings.read(({"enabled": True, **given},), setting, curve=curve)
 
 
-# --- who says it ------------------------------------------------------------------------------------------------------
-
 def test_arguments_count_by_name_and_by_place(webui):
     by_place = webui.job(True, 0.7, "hires pass", enable_hr=True)
     by_name = webui.job({"enabled": True, "strength": 0.7, "where": "hires pass"}, enable_hr=True)
@@ -57,8 +55,6 @@ def test_the_built_in_merging_is_silent_only_if_ours_merges_and_that_is_told(web
     for args in ((), (False,), ({**FREE, "strength": 0},), (True, "much")):  # an error takes nothing away
         assert webui.job(*args).built_in == [0.5]
 
-
-# --- what is wrong ----------------------------------------------------------------------------------------------------
 
 WRONG = [
     ((True,), "is no number from 0 to 1"),  # the request's settings set a strength
@@ -112,8 +108,6 @@ def test_own_settings_keep_a_strengths_whole_blocks_unless_they_are_off(webui):
         assert [*map(vars, config.rules[1:])] == [*map(vars, expected)], "of the webui's own copy of the engine"
         assert config.start_percent == changes.get("start", 0.0)
 
-
-# --- which model ------------------------------------------------------------------------------------------------------
 
 OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
 

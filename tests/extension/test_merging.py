@@ -39,8 +39,6 @@ def test_every_step_of_every_batch_merges(webui):
     assert [first[name] for name in ("batches", "steps", "steps_merged", "calls")] == [3, 12, 12, 12]
 
 
-# --- other jobs during ours, and other models -------------------------------------------------------------------------
-
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
     inner, goes_on = [], []
@@ -141,8 +139,7 @@ def test_hypertile_and_an_active_sd_unet_are_left_alone_and_named(webui):
     assert torch.equal(job.latents, expected) and "an SdUnet" in job.comments
 
 
-# --- matches are kept over the steps of a pass, and never over pictures, tiles or halves of a split batch -------------
-
+# matches are kept over the steps of a pass, and never over pictures, tiles or halves of a split batch
 KEPT = custom(keep=1000.0, use_rand=False)
 BALANCED = {**form.values_at("balanced"), **FREE}
 

@@ -68,8 +68,6 @@ def test_the_folded_panel_says_if_merging_is_on_and_no_tooltip_of_ours_is_left_o
     assert all(word in strength for word in ("time", "picture", "Begin with 0.5", "0 is off"))
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
-
 TILED = "HyperTile is on, whose tiles need every token"
 FEW = "nothing merges, the picture is so small that merging would not pay"
 THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}

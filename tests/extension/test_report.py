@@ -38,7 +38,6 @@ def twice(model, x, sigmas, extra_args=None, callback=None, disable=None):
     return sample_euler(model, x, sigmas, callback=heard)
 
 
-
 def fewer(model, x, sigmas, extra_args=None, callback=None, disable=None):
     """A sampler that reports every second step, and so fewer than were asked for, as DPM fast does."""
     def heard(state):
@@ -90,8 +89,6 @@ def test_batches_that_are_alike_are_told_as_one_and_a_stopped_one_says_where(web
         assert f", {said}" in webui.job(*ON, n_iter=batches, at_step=stops_at(last)).comments
 
 
-# --- a script that samples by itself ----------------------------------------------------------------------------------
-
 def test_a_script_that_samples_by_itself_is_named_as_the_reason(webui):
     """As "img2img alternative test", which replaces the job's method, and calls a sampler of its own, or the model."""
     expected = webui.plain().latents
@@ -104,8 +101,6 @@ def test_a_script_that_samples_by_itself_is_named_as_the_reason(webui):
         (reason,) = report(job)["passes"]["first pass"]["stepped_aside"] or [""]
         assert reason in said
 
-
-# --- the data ---------------------------------------------------------------------------------------------------------
 
 def fields(data):
     """The names of all fields of a report but those that are data themselves."""
@@ -129,8 +124,6 @@ def test_the_data_have_the_same_fields_whatever_happened(webui):
     wrong = report(webui.job(True, "much"))
     assert wrong["error"] and (wrong["strength"], wrong["where"]) == (None, None)
 
-
-# --- scripts ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def of_script(webui):

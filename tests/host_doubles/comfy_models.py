@@ -15,8 +15,6 @@ from tests.small_models.unets import TEXT, ldm, seeded
 WIDTH, HEADS = 32, 2  # sizes of transformers
 
 
-# --- UNets -----------------------------------------------------------------------------------------------------------
-
 class BasicTransformerBlock(Block):
     """A block whose attentions another node may replace, and whose self-attention's tokens it may change."""
 
@@ -104,8 +102,6 @@ unet = seeded(_comfy)
 unet_of_one_level = seeded(_comfy, attention_resolutions=(1,), channel_mult=(1,))
 deep_unet, deeper_unet = (seeded(_comfy, depth=depth) for depth in (2, 3))
 
-
-# --- transformers ----------------------------------------------------------------------------------------------------
 
 class Body(nn.Module):
     """Text, then the picture. Each block is joint attention, then attention from the picture to the text.

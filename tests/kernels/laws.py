@@ -112,8 +112,6 @@ def case(shape, dtype=torch.float32):
     return noise(batch, tokens, channels, dtype=dtype), rows, F.normalize(noise(batch, keys, channels, seed=2), dim=-1)
 
 
-# --- spread -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("tokens, channels, dtype", together([7, 64, 130, 300], [3, 40, 70], DTYPES), ids=str)
 def test_keys_and_values_are_spread_in_one_launch_however_they_lie_in_memory(tokens, channels, dtype, used):
     keys, values = (noise(2, tokens, channels, seed=n, dtype=dtype) * size + 3 for n, size in ((1, 2.0), (2, 0.1)))
@@ -123,8 +121,6 @@ def test_keys_and_values_are_spread_in_one_launch_however_they_lie_in_memory(tok
     values[:, -1] = 6e4  # far from the few
     assert of_unit_spread(values, values).isfinite().all()
 
-
-# --- best_keys --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape, has_bias, dtype", together(SHAPES, [False, True], DTYPES), ids=str)
 def test_the_best_key_is_the_same_if_lengths_count_and_keys_of_the_queries_own_dtype_are_multiplied_exactly(
@@ -164,8 +160,6 @@ def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
     for first, same, few in zip(among, again, alone, strict=True):
         assert torch.equal(first, same) and torch.equal(first[1:, 70:80], few)
 
-
-# --- mean_rows --------------------------------------------------------------------------------------------------------
 
 # how the groups of 150 tokens are made: some groups empty, one that holds all, sizes around the kernels' rows
 GROUPS = {
@@ -225,8 +219,6 @@ def test_the_first_merge_sorts_and_counts_tokens_in_the_same_launch_and_the_next
     assert torch.equal(plan.merge(x), merged) and used == ["mean_rows"] * 2
 
 
-# --- assign_groups ----------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("removed, samples", together([1, 150, 299], [1, 2]))
 def test_tokens_are_placed_as_torch_places_them(removed, samples):
     score = noise(2, 300, seed=5).round(decimals=1)  # some are equal
@@ -239,8 +231,6 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
         plain = bipartite._plan(*given)
     assert torch.equal(plan.group, plain.group) and plan.num_groups == plain.num_groups
 
-
-# --- a correction -----------------------------------------------------------------------------------------------------
 
 # heads, width, tokens: tokens of one span, and of three; one block of channels, two and four
 HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100), (2, 80, 90), (1, 160, 80)]
@@ -296,8 +286,7 @@ def test_a_correction_is_added_in_one_launch_however_heads_lie_in_memory(size, d
     assert torch.equal(corrected, add_correction(by_head_first(out), by_head_first(q), correction))
 
 
-# --- a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one ----------------------
-
+# a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one
 def _best():
     keys, bias = noise(2, 70, 40, seed=1), noise(2, 70, seed=2)
     bias[:, ::3] = -INF

@@ -33,8 +33,6 @@ def output(command: list, **options) -> str:
     return done.stdout.strip()
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
-
 def test_a_bare_call_says_nothing_leaves_nothing_and_imports_the_standard_library_alone(tmp_path):
     done = call_install(cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
@@ -50,8 +48,6 @@ def test_help_lists_every_command_and_so_does_the_refusal_of_an_unknown_command(
     assert "'demoo'" in refused
 
 
-# --- a host's folder --------------------------------------------------------------------------------------------------
-
 def test_the_folder_for_extensions_is_taken_as_the_host_and_a_missing_folder_is_told(tmp_path, monkeypatch):
     folder, host = make_folder(install.WEBUI, tmp_path), install.WEBUI
     expected = install_hosts.target(host, folder)
@@ -60,8 +56,6 @@ def test_the_folder_for_extensions_is_taken_as_the_host_and_a_missing_folder_is_
     with pytest.raises(install.Failure, match=r"nope does not exist; give the folder that holds webui's launch\.py"):
         install_hosts.target(host, tmp_path / "nope")
 
-
-# --- the environment --------------------------------------------------------------------------------------------------
 
 def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requirement_refuses_it():
     code = "import sys, install; print(install.reusable_torch('torch>=2.4')); assert 'torch' not in sys.modules"

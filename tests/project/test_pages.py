@@ -64,8 +64,6 @@ def test_the_examples_of_a_docstring_give_what_they_say():
         assert result.attempted and not result.failed, path
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
 def commands_of(page: str) -> list[str]:
     """The commands that a page tells its reader to run; without the map of the code, which lists files."""
     text = PAGES[page].split("\n## The map\n")[0]
@@ -118,8 +116,6 @@ def test_a_command_of_a_page_is_one_that_its_program_takes(command, monkeypatch)
         assert os.access(ROOT / words[0], os.X_OK)
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------
-
 def python_of(page: str) -> list[str]:
     lines = re.findall(r"`(with tome_core\.[^`\n]*)`", PAGES[page])
     blocks = [body for language, body in FENCE.findall(PAGES[page]) if language == "python"]
@@ -134,8 +130,6 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
         exec(code, {"pipe": pipe})
         assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules()), code
 
-
-# --- messages ---------------------------------------------------------------------------------------------------------
 
 def said_by(path: Path, errors: bool = True) -> set[str]:
     """The strings of a module, without docstrings. errors: also the sentences of its exceptions?"""
@@ -161,8 +155,6 @@ def test_the_page_on_troubles_quotes_what_the_code_says_and_explains_every_reaso
         missing |= {name: left} if left and name not in NO_REASONS else {}
     assert not missing, "explain these in docs/troubleshooting.md"
 
-
-# --- words ------------------------------------------------------------------------------------------------------------
 
 def test_no_word_is_misspelled():
     done = subprocess.run([sys.executable, "-m", "codespell_lib"], capture_output=True, text=True, cwd=ROOT)

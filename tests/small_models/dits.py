@@ -61,8 +61,6 @@ def sized(kind: str, **settings: Any) -> nn.Module:
     return model(**{name: value for name, value in (SIZES | settings).items() if name in known or name not in SIZES})
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
 def _text(batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, WORDS, 32)
 
@@ -121,8 +119,6 @@ def _hunyuan_video(**more: Any) -> Arguments:
 def _ltx(**more: Any) -> Arguments:
     return _latent(1, FILM, 4, num_frames=3, height=16, width=16, **more)
 
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 _FLUX = Tiny("FluxTransformer2DModel", PACKED | {"num_single_layers": 2}, _flux, WORDS)
 _QWEN = Tiny("QwenImageTransformer2DModel", {"in_channels": 16}, _qwen, WORDS)

@@ -98,8 +98,6 @@ def merge_with_self(monkeypatch: Any) -> None:
     monkeypatch.setattr(MergedTokens, "of", lambda x, plan, samples, note: of(x, plan, None))
 
 
-# --- diffusers ----------------------------------------------------------------------------------------------------
-
 _DOWN, _UP = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
 
 
@@ -185,8 +183,6 @@ def _call_gligen(model, x, timestep, text):
     grounding = {"boxes": boxes, "positive_embeddings": text[:, :2], "masks": torch.ones(x.shape[0], 2)}
     return call_unet(model, x, timestep, text, cross_attention_kwargs={"gligen": grounding})
 
-
-# --- LDM, and a double of sgm's blocks in its UNet ------------------------------------------------------------------
 
 def ldm(**changes: Any) -> UNetModel:
     """An LDM UNet in SD1's shape: attention on the latent's level, on the next, and in the middle."""

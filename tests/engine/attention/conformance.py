@@ -53,8 +53,6 @@ def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[
         yield
 
 
-# --- the oracle -----------------------------------------------------------------------------------------------------
-
 def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Exchange each token of ``[B, N, ...]`` for the mean of its group, ``[B or 1, N]``."""
     share = F.one_hot(group).to(x)
@@ -94,8 +92,6 @@ def assert_repeated(module: nn.Module, args: tuple, kwargs: dict[str, Any], out:
         error = far(out, exact(*args, **kwargs))
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed"
 
-
-# --- an attention in a UNet that has nothing else ---------------------------------------------------------------------
 
 class BasicTransformerBlock(nn.Module):
     """A block with self-attention alone. kwargs: the attention's further arguments."""
@@ -178,8 +174,7 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
     return reason
 
 
-# --- xformers, which is for GPUs --------------------------------------------------------------------------------------
-
+# xformers, which is for GPUs
 def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
                                p: float = 0.0, scale: float | None = None, *,
                                op: Any = None) -> torch.Tensor:  # fmt: skip

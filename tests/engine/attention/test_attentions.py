@@ -48,8 +48,6 @@ def _hosts(monkeypatch):
     monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
 
 
-# --- attentions of hosts ----------------------------------------------------------------------------------------------
-
 def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """``[B, H, N, d]``."""
     return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
@@ -157,8 +155,6 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
         assert seen == 2 * [(3, SIDE**2)], role
 
 
-# --- known by its function, whatever its class ------------------------------------------------------------------------
-
 def processor(call: Any) -> Any:
     return type("Mine", (), {"__call__": call})()
 
@@ -211,8 +207,6 @@ def test_of_perturbed_guidance_the_part_that_attends_merges():
     assert handle.report().merged_anything
     assert torch.equal(out[-2:], alone[-2:]) and conformance.far(out[:-2], expected) < 1e-5
 
-
-# --- functions in the place of torch's --------------------------------------------------------------------------------
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
 
@@ -307,8 +301,6 @@ def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkey
     monkeypatch.setattr(attention_dispatch._AttentionBackendRegistry, "_active_backend", backend)
     assert way(attention(CALLERS["by diffusers' dispatcher"])) == expected
 
-
-# --- left alone -------------------------------------------------------------------------------------------------------
 
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     """The name of a class is no proof, nor is the name of a function that another function wraps."""

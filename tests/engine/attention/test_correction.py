@@ -104,9 +104,6 @@ def test_the_channels_of_a_wide_head_are_fitted_in_blocks(width, block):
     assert error.shape == (heads * width // block, 2) and constant.shape == (heads, 1, width)
 
 
-# --- in a UNet --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("settings, is_made", [
     (KV, True), (KV | {"method": "cluster"}, True), ({"side": "qkv", "metric": "keys+values"}, True),
     ({}, False), (KV | {"proportional": False}, False),  # tomesd's settings, and keys without sizes

@@ -46,8 +46,6 @@ def attend(state, timestep, sampling="s", **facts):
     call(state, timestep, **facts)
 
 
-# --- how long a match serves, and whom --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("settings, then", [({}, "renew"), ({"refine": 0}, "match"), ({"method": "cluster"}, "match")])
 def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then_by_k_means(settings, then, work):
     state = state_of(replace(KEPT, **settings), 1)
@@ -118,8 +116,6 @@ def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_ex
         state.attend(state.begin(900, batch), "a", 0, PICTURE, attention(PICTURE))
         assert torch.equal(*state.maps()[0].group.expand(2, -1)) == is_shared
 
-
-# --- pipelines --------------------------------------------------------------------------------------------------------
 
 def drawn(pipe, prompts=("a",), steps=6, seed=1, **more):
     generators = [seeded(seed + number) for number in range(len(prompts))]

@@ -23,7 +23,6 @@ BALANCED = unets.on_small("balanced")
 LATENT = torch.zeros(1, 4, 8, 8)
 SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
-# --- schedules, and which rule holds when -----------------------------------------------------------------------------
 
 def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     scheduler = diffusers.EulerDiscreteScheduler(**SD_BETAS)
@@ -57,8 +56,6 @@ def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps
         rules = clock.at(Time(timestep=timestep)).rules[0]
         assert [rules.attn, rules.mlp, rules.crossattn] == [*expected, None]
 
-
-# --- where the early phase of a pass ends -----------------------------------------------------------------------------
 
 HALF = [500.0 - 50 * step for step in range(10)]
 WHOLE = [999.0 - 100 * step for step in range(10)]
@@ -136,8 +133,6 @@ def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_who
         assert late / (early + late) == pytest.approx(share)
 
 
-# --- whose time it is -------------------------------------------------------------------------------------------------
-
 def merges(time, timestep, batch: int = 1) -> bool:
     return bool(time.next_call(timestep, LATENT.repeat(batch, 1, 1, 1))[0].live)
 
@@ -176,8 +171,6 @@ def test_pictures_of_two_threads_keep_apart():
         (other,) = at_once(draw)
         assert other is not kept and time.next_call(490, LATENT)[1].plans is kept
 
-
-# --- schedulers -------------------------------------------------------------------------------------------------------
 
 def own_sigmas(scheduler) -> list[float]:
     """The noise of each step, as the scheduler itself uses it, relative to the picture."""

@@ -191,8 +191,6 @@ def test_a_draw_that_keeps_its_results_gives_each_grid_and_cell_its_own():
         assert device == "meta" or all(map(torch.equal, kept, fresh))
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
-
 def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if_alone():
     keys, values = tokens((8, 8), 3, 32), tokens((8, 8), 3, 32, seed=1) * 7 - 3
     both = of_unit_spread(keys, values)
@@ -219,8 +217,6 @@ def test_each_metric_compares_what_it_is_called():
         plan = match_heads(*(tensor.unflatten(2, (3, 4)) for tensor in (k, v)), Layout(Grid(8, 8)), rule)
         assert torch.equal(plan.group, expected.group)
 
-
-# --- where tokens lie -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("grid", [Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13),
                                   Grid(5 * 90, 160, 5)])  # fmt: skip

@@ -53,8 +53,6 @@ def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_t
     assert traces(model) == before
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
 def transformer_of(model: nn.Module) -> nn.Module:
     return next(module for module in model.modules() if hasattr(module, "transformer_blocks"))
 

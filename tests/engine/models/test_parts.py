@@ -219,8 +219,6 @@ def test_of_ldms_blocks_the_inner_method_is_wrapped():
     assert names == ["_forward", "forward"]
 
 
-# --- a block's input --------------------------------------------------------------------------------------------------
-
 def block_in(call: ModelCall, forward: Any = None) -> Part:
     """A block with its wrap, in a call. forward: what it runs."""
     block = Part()

@@ -55,8 +55,6 @@ def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monk
         assert int((after - before)[0].flatten(1).norm(dim=1).argmax()) == layout.first + place
 
 
-# --- masks, grids -----------------------------------------------------------------------------------------------------
-
 def merged_with(model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, tome_core.Report]:
     with tome_core.patch(model, **STRONG) as handle:
         return call(model, arguments), handle.report()

@@ -55,8 +55,6 @@ def run(given: dict[str, Any], answer: Any = None, text_first: bool = True, why:
     return out, got, call.state.report().reasons
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
 BOTH = WORDS + PICTURE
 FORMS = {  # names, positions, their axis of tokens, and whether they are the text's too
     "Flux": ("image_rotary_emb", (torch.randn(BOTH, 8), torch.randn(BOTH, 8)), 0, True),
@@ -156,8 +154,6 @@ def test_a_host_may_forbid_a_block_to_merge():
     _, got, reasons = run({"hidden_states": X}, why="the host says so")
     assert got["hidden_states"] is X and list(reasons) == ["block: the host says so"]
 
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 # classes of which blocks keep all tokens, and a part of the reason
 STAY_WHOLE = {

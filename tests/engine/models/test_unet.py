@@ -130,8 +130,6 @@ def test_blocks_are_searched_once_for_a_patch_and_again_whenever_it_is_put_on(mo
         assert handle.report() == before and before.merged_anything
 
 
-# --- dtypes and devices -----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("timestep", [100, torch.tensor(100)], ids=repr)
 @pytest.mark.parametrize("config", [BALANCED, MergeConfig(ratio=0.5)], ids=["balanced", "together"])
 def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig, timestep: Any):

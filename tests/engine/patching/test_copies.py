@@ -56,9 +56,6 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
     assert copy.deepcopy({"handle": handle}) == {"handle": None}
 
 
-# --- pipelines --------------------------------------------------------------------------------------------------------
-
-
 # one transformer, and Wan's two; then UNets, other meanings of time, schedulers, guiders and inputs
 _FIRST = [name for name in ("Flux", "Wan 2.2, of two transformers") if name in transformer_pipelines.PRESENT]
 _OTHERS = [name for name in (*sd_pipelines.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]

@@ -25,8 +25,6 @@ PADDED = ("Qwen-Image, padded", "HunyuanVideo", "HunyuanVideo 1.5", "HunyuanImag
 on_either_kind = some_models("sd15", "Flux")
 
 
-# --- on ---------------------------------------------------------------------------------------------------------------
-
 @every_unet
 def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in_a_batch(family: Family):
     """Hosts run the passes of guidance together or apart: rounding alone may move a token."""
@@ -121,8 +119,6 @@ def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_n
     with tome_core.patch(model, KEPT) as handle:
         assert all(map(torch.equal, second, draw(handle, "this", (900, 600, 550))))
 
-
-# --- off --------------------------------------------------------------------------------------------------------------
 
 @any_model
 def test_where_nothing_is_to_merge_no_bit_changes(family: Family):

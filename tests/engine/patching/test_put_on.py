@@ -80,8 +80,6 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, ca
         handle.install()
 
 
-# --- of a pipeline ----------------------------------------------------------------------------------------------------
-
 def test_the_schedule_is_the_pipelines_own_or_the_models():
     betas = diffusers.DDIMScheduler(beta_start=0.001, beta_end=0.02)
     of_a_pipeline = partial(SimpleNamespace, unet=unets.small())
