@@ -15,6 +15,7 @@ import tome_core
 from tests.beside.models import TIMES, UNETS, Beside
 from tests.beside.things import THINGS as OTHERS
 from tests.beside.things_below import BELOW
+from tests.small_models.dits import distance as far
 from tests.small_models.unets import merge_with_self
 from tests.watching.traces import drop_own_methods, traces
 from tome_core import MergeConfig, MergeRule
@@ -97,11 +98,6 @@ def merged(beside: Beside, handle: Any) -> Merged:
     with handle.sampling(), beside.few() as few:
         pictures = beside.draw()
     return Merged(pictures, frozenset(few))
-
-
-def far(picture: torch.Tensor, other: torch.Tensor) -> float:
-    """Return how far a picture is from another, as a share of the other."""
-    return ((picture - other).norm() / other.norm()).item()
 
 
 class Both(NamedTuple):

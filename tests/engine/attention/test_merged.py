@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.small_models.dits import distance
 from tests.small_models.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
 from tests.watching.peak_memory import peak_bytes
 from tome_core import MergePlan, MergeRule
@@ -31,10 +32,6 @@ def by_head(call: Attention) -> Attention:
     return call._replace(**{name: getattr(call, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
 
 
-def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    return (out - exact).norm() / exact.norm()
-
-
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
 def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
     call = attention(layout, behind=4)
@@ -42,8 +39,8 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
     plain, out = attend(call, MergeOptions(plan))[0], corrected(call, plan, layout)
     picture = torch.zeros(exact.shape[1], dtype=torch.bool)
     picture[layout.first : layout.first + tokens_in(layout)] = True
-    assert error(out[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
-    assert error(out[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
+    assert distance(out[:, picture], exact[:, picture]) < 0.6 * distance(plain[:, picture], exact[:, picture])
+    assert distance(out[:, ~picture], exact[:, ~picture]) < distance(plain[:, ~picture], exact[:, ~picture])
 
 
 def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
