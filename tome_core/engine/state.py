@@ -60,6 +60,10 @@ class State:
         self.ways = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
                      for level in levels if level.covered}  # fmt: skip
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
+        limits = [rule.max_timestep if rule.min_timestep is None else None for rule in self.clock.rules
+                  if rule.merge_blocks and not rule.is_off]  # fmt: skip
+        merges_blocks = any("blocks" in ways for ways in self.ways.values()) and None not in limits
+        self._blocks_below = max(limits) if merges_blocks else None  # the timestep, if only that limits whole blocks
         self._counts_steps = any(rule.most_steps is not None for rule in self.clock.rules)
         self.time = ModelTime(self.clock, self._counts_steps or any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
@@ -91,6 +95,8 @@ class State:
         gate = None if self.pays is None else self.pays.gate(latent)
         rules, too_wrong = (now.rules, frozenset()) if kept is None else self._bearable(now.rules, kept)
         why_off = now.why_off
+        if self._blocks_below is not None and NOT_NOW in why_off and not any(level.block for level in now.rules):
+            self.ledger.too_early += 1
         if self._counts_steps and kept is not None:
             rules, why_off = self._in_first_steps(rules, why_off, kept.step)
         call = ModelCall(self, timestep, rules, why_off, gate, kept, too_wrong)
@@ -327,6 +333,8 @@ class State:
     def report(self) -> Report:
         """Return a copy of the counts since the start or the latest `reset_counts`, as a `Report`."""
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
+        if ledger.calls and ledger.too_early == ledger.calls:  # as in a picture of one step
+            notes += (f"whole blocks merge later than in these steps: below timestep {self._blocks_below:g}",)
         ledger.read_errors()
         levels = tuple(deepcopy(ledger.levels))
         return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes, rest=ledger.rest)

@@ -140,11 +140,12 @@ class Ledger:
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels, self.notes, self.calls, self.rest = levels, notes, 0, 0
+        self.too_early = 0  # calls of the model before the time in which whole blocks merge
         self._noted: list[Any] = []  # errors that the device may not have written yet
 
     def reset(self) -> None:
         """Set all counts to zero, in new tallies that share the set `LevelTally.traced` with the old. Notes stay."""
-        self.calls = self.rest = 0
+        self.calls = self.rest = self.too_early = 0
         self._noted = []
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered, channels=tally.channels, per_token=tally.per_token)
