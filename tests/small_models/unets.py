@@ -131,10 +131,9 @@ sdxl = seeded(unet, **SDXL)
 gligen = seeded(unet, attention_type="gated")
 
 
-@seeded
-def ip_adapter() -> nn.Module:
+def with_ip_adapter(model: UNet2DConditionModel) -> UNet2DConditionModel:
     """The attention processors as diffusers' own loader sets them."""
-    model, weights = unet(), {}
+    weights: dict[str, torch.Tensor] = {}
     for number, name in enumerate(name for name in model.attn_processors if name.endswith("attn2.processor")):
         width = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
         for part in ("to_k_ip", "to_v_ip"):
@@ -143,6 +142,9 @@ def ip_adapter() -> nn.Module:
              "norm.weight": torch.ones(TEXT), "norm.bias": torch.zeros(TEXT)}  # fmt: skip
     model._load_ip_adapter_weights([{"image_proj": image, "ip_adapter": weights}])
     return model
+
+
+ip_adapter = seeded(lambda: with_ip_adapter(unet()))
 
 
 motion = seeded(
