@@ -253,7 +253,7 @@ def blocks_front() -> str:
 TABLES = {
     **{make.__name__: make for make in (gains, counted, blocks, blocks_front, steps, own_error, own_error_by_model,
                                         host_calls, strength, equal_time, settings)},
-    "work": work.shares_table,
+    "work": work.shares_table, "layouts": work.layouts_table,
     "settings_of_python": partial(settings, of_hosts=False),
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
     "transformers": transformers.shares_table, "pooled": pooled_tables,

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import nn
 
 import tome_core
@@ -30,6 +31,26 @@ PIXELS = (512, 768, 1024, 1536, 2048)
 STRENGTHS = ("quality", "balanced", "max")
 STEPS = 20
 NOTHING = "0%"
+FEW_STEPS = (1, 2, 4, 8, STEPS)
+_LEVELS, _DEPTHS = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"), "transformer_layers_per_block"
+_PUBLISHED = {
+    "block_out_channels": (320, 640, 1280), "attention_head_dim": (5, 10, 20), _DEPTHS: (1, 2, 10),
+    "down_block_types": _LEVELS, "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "cross_attention_dim": 2048, "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {  # diffusers' configurations of the UNets that people draw with
+    "SDXL, its inpainting model, Kolors, Playground, Pony, Illustrious, NoobAI": _PUBLISHED,
+    "SSD-1B": _PUBLISHED | {_DEPTHS: [1, [2, 2], [4, 4]], f"reverse_{_DEPTHS}": [[4, 4, 10], [2, 1, 1], 1],
+                            "mid_block_type": "UNetMidBlock2D"},
+    "KOALA-1B": _PUBLISHED | {_DEPTHS: [1, 2, 6], "layers_per_block": 1},
+    "KOALA-700M": _PUBLISHED | {_DEPTHS: [1, 2, 5], "layers_per_block": 1, "mid_block_type": None},
+    "Segmind Vega": _PUBLISHED | {_DEPTHS: [1, 1, 2], "mid_block_type": "UNetMidBlock2D"},
+    "SDXL's refiner, in all steps of a picture": _PUBLISHED | {
+        _DEPTHS: 4, "block_out_channels": (384, 768, 1536, 1536), "attention_head_dim": (6, 12, 24, 24),
+        "down_block_types": (*_LEVELS, "DownBlock2D"), "up_block_types": ("UpBlock2D", *_PUBLISHED["up_block_types"]),
+        "cross_attention_dim": 1280, "projection_class_embeddings_input_dim": 2560},
+    "SD2.1": {"cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20), "use_linear_projection": True},
+}  # fmt: skip
 
 
 @cache
@@ -41,10 +62,19 @@ def _unet(name: str) -> nn.Module:
 
 def unet_of(name: str, device: str = "meta") -> nn.Module:
     """Return a UNet of `LABELS` without memory, which says that its calls are on a device, see `share`."""
-    unet = _unet(name)
-    # as accelerate marks a model whose weights are elsewhere than its calls
+    return _called_on(_unet(name), device)
+
+
+def _called_on(unet: nn.Module, device: str) -> nn.Module:
+    """Mark a UNet as accelerate marks a model whose weights are elsewhere than its calls, and return it."""
     unet._hf_hook = SimpleNamespace(execution_device=torch.device(device))
     return unet
+
+
+def layout_of(label: str) -> nn.Module:
+    """Make a UNet of `LAYOUTS` on torch's meta device, whose calls seem to be on a GPU that never waits."""
+    with torch.device("meta"):
+        return _called_on(UNet2DConditionModel(**LAYOUTS[label]).half(), "meta")
 
 
 def config_of(name: str, strength: str, blocks: bool = True) -> tome_core.MergeConfig:
@@ -72,6 +102,16 @@ def shares_table() -> str:
     rows = [(LABELS[name], f"`{strength}`", *(_cell(share(name, strength, pixels)) for pixels in PIXELS))
             for name in LABELS for strength in STRENGTHS]  # fmt: skip
     return markdown(("", "strength", *(f"{pixels} px" for pixels in PIXELS)), rows)
+
+
+def layouts_table() -> str:
+    """Make the Markdown table of what `balanced` leaves out at 1024 px: a row a layout, a column a number of steps."""
+    rows = []
+    for label in LAYOUTS:
+        unet = layout_of(label)
+        config = tome_core.preset("balanced", curve_of(unet))
+        rows.append((label, *(f"{expected_share(unet, config, 1024, 1024, steps):.0%}" for steps in FEW_STEPS)))
+    return markdown(("layout", *(f"{steps} step{'s' * (steps > 1)}" for steps in FEW_STEPS)), rows)
 
 
 def _cell(left_out: float) -> str:

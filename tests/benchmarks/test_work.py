@@ -76,6 +76,13 @@ def test_whole_blocks_and_a_cpu_s_smaller_levels_leave_out_more():
     assert work.share("sdxl", "balanced", 768) == 0 < work.share("sdxl", "balanced", 768, "cpu")
 
 
+def test_layouts_have_as_many_weights_as_the_published_unets_and_sdxl_s_is_the_one_of_the_table_by_size():
+    sizes = [sum(weight.numel() for weight in work.layout_of(label).parameters()) / 1e9 for label in work.LAYOUTS]
+    assert [round(size, 2) for size in sizes] == [2.57, 1.33, 1.16, 0.78, 0.75, 2.26, 0.87]
+    first, *_ = work.layouts_table().splitlines()[2:]
+    assert first.endswith(f" {work.share('sdxl', 'balanced', 1024):.0%} |")
+
+
 @pytest.mark.parametrize("card, merges", [((8, 6, 28), True), ((8, 9, 24), True), ((8, 6, 68), False),
                                           ((8, 9, 46), False), ((8, 9, 128), False)])  # fmt: skip
 def test_at_512_px_the_cards_merge_that_the_readme_names_and_all_do_at_1024_px(card, merges, monkeypatch):
