@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tome_core
+from tests.small_models.dits import distance
 from tests.small_models.least_pipeline import Pipeline
 from tests.small_models.unets import SDXL, TEXT, inputs, merge_with_self, note_tokens, seeded, unet, with_ip_adapter
 from tests.thoroughness import some_quick
@@ -72,10 +73,6 @@ def draw(model: nn.Module, timestep: Any = 500, keep: Any = attrgetter("sample")
         return keep(model(x, timestep, text, added_cond_kwargs=added, **more))
 
 
-def far(picture: torch.Tensor, other: torch.Tensor) -> float:
-    return ((picture - other).norm() / other.norm()).item()
-
-
 @pytest.mark.parametrize("name", some_quick(LAYOUTS, 6))
 def test_all_blocks_but_a_transformers_first_merge_from_a_quarter_of_the_latent_down(name: str, monkeypatch):
     layout = LAYOUTS[name]
@@ -96,13 +93,11 @@ def test_all_blocks_but_a_transformers_first_merge_from_a_quarter_of_the_latent_
         assert {level.downsample: sum(number for (part, *_), number in level.merged.items() if part == "block")
                 for level in handle.report().levels} == blocks
         merge_with_self(monkeypatch)
-        assert far(draw(model, **layout.more), plain) < 1e-4, "every token its own group"
+        assert distance(draw(model, **layout.more), plain) < 1e-4, "every token its own group"
     assert torch.equal(draw(model, **layout.more), plain)
     with tome_core.patch(model, strength=0.0):
         assert torch.equal(draw(model, **layout.more), plain)
 
-
-# --- few steps --------------------------------------------------------------------------------------------------------
 
 SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 TRAILING = {**SCHEDULE, "timestep_spacing": "trailing"}
@@ -153,8 +148,6 @@ def test_a_picture_of_one_step_says_why_its_whole_blocks_do_not_merge():
             assert not handle.report().merged_anything and TOO_EARLY not in handle.report().notes, "not by this time"
 
 
-# --- beside an adapter and controls -----------------------------------------------------------------------------------
-
 BLOCKS = {"config": MergeConfig(rules=rules_of_blocks(0.5)), "only_if_it_pays": False}
 
 
@@ -174,7 +167,7 @@ def test_whole_blocks_merge_beside_an_ip_adapter_and_stay_whole_for_its_masks(mo
         assert not torch.equal(draw(model), plain)
         assert handle.report().block_tokens and not reasons_of_blocks(handle)
         merge_with_self(monkeypatch)
-        assert far(draw(model), plain) < 1e-4
+        assert distance(draw(model), plain) < 1e-4
 
 
 def test_whole_blocks_merge_in_a_controlnet_and_beside_what_it_adds(monkeypatch):
@@ -192,7 +185,7 @@ def test_whole_blocks_merge_in_a_controlnet_and_beside_what_it_adds(monkeypatch)
         for each in (handle, of_net):
             assert each.report().block_tokens and not reasons_of_blocks(each)
         merge_with_self(monkeypatch)
-        assert far(controlled(), plain) < 1e-4
+        assert distance(controlled(), plain) < 1e-4
     assert torch.equal(controlled(), plain)
 
 
