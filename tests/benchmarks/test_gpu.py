@@ -120,13 +120,13 @@ def tiny(name):
 
 
 @pytest.mark.parametrize("name, way, groups", [
-    ("sd15", "balanced", []), ("sdxl", "balanced", [5]), ("sdxl", "max", [2]), ("sdxl", gpu_rows.ALONE, []),
-    ("sdxl", gpu_rows.ON_AND_OFF, [5])])  # fmt: skip
+    ("sd15", "balanced", []), ("sdxl", "balanced", [4]), ("sdxl", "max", [2]), ("sdxl", gpu_rows.ALONE, []),
+    ("sdxl", gpu_rows.ON_AND_OFF, [4])])  # fmt: skip
 def test_a_timed_call_does_what_its_row_says(name, way, groups, work):
-    """SDXL's whole blocks run on so many of 16 tokens, in each call."""
+    """SDXL's whole blocks run on so many of 16 tokens, in each call. Its cells of 4x4 tokens are matched anew."""
     network, arguments = tiny(name)
     patched = Patched(network, way)
-    for when, words in (("new", {"match"}), ("renewed", {"renew"}), ("kept", set())):
+    for when, words in (("new", {"match"}), ("renewed", {"renew"} if name == "sd15" else {"match"}), ("kept", set())):
         run = patched.call(arguments, gpu_rows.WHEN[when])
         with torch.inference_mode():
             run()
