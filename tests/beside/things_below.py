@@ -150,10 +150,6 @@ def of_a_side(tokens: torch.Tensor) -> torch.Tensor:
     return tokens * (torch.arange(count) % side < side / 2)[:, None]
 
 
-def regional_hook(module: nn.Module) -> Callable[[], Any]:
-    return module.register_forward_hook(lambda module, args, out: of_a_side(out)).remove
-
-
 def regional(module: nn.Module, saved: Callable) -> Callable:
     return lambda *args, **kwargs: of_a_side(saved(*args, **kwargs))
 
@@ -172,7 +168,7 @@ BELOW = {
     "blocks put together": Thing(wrapper(model, together), None, "another program",
                                  lambda beside: is_deep(beside) or beside.name == "Wan"),
 }  # fmt: skip
-BELOW |= {f"hooks on {path}": Thing(each(below(path), regional_hook), fits=is_deep) for path in _DEEPER}
+# a hook on each path alone: test_stretches.py
 BELOW |= {f"wrappers on {path}": Thing(wrapper(below(path), regional), fits=is_deep) for path in _DEEPER}
 # those that others stand for in a quick run
 RARE = [name for name in BELOW if " on " in name or re.search("cross.*First|Grid|Keys", name)]
