@@ -13,16 +13,8 @@ from comfy_nodes import host, nodes, picture
 from comfy_nodes.branch import Outcome, facts_of
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
-from tests.host_doubles.comfy import (
-    Guider,
-    apply,
-    checkpoint,
-    latest,
-    least_checkpoint,
-    sample,
-    sampler_of,
-    transformer,
-)
+from tests.host_doubles import comfy
+from tests.host_doubles.comfy import apply, checkpoint, latest, least_checkpoint, sample, sampler_of, transformer
 from tests.small_models.unets import inputs
 from tests.thoroughness import some_quick
 from tests.watching import step_clock
@@ -59,7 +51,7 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 
-class Past(Guider):
+class Past(comfy.Guider):
     """A guider that calls the UNet itself, as DeepCache's node does."""
 
     def _call(self, pair, now):

@@ -14,18 +14,7 @@ from torch import nn
 
 import tome_core
 from tests.small_models.families import MODELS
-from tests.small_models.unets import (
-    Family,
-    call_ldm,
-    call_unet,
-    four_levels,
-    inputs,
-    ldm,
-    on_small,
-    sdxl,
-    seeded,
-    small,
-)
+from tests.small_models.unets import call_ldm, call_unet, four_levels, inputs, ldm, on_small, sdxl, seeded, small
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS
@@ -72,7 +61,7 @@ HALVED = [(8, 16), (8, 72), (16, 24)]  # at other sizes an LDM UNet's skip conne
 @pytest.mark.parametrize("cell", some_quick([2, 8]))
 def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: int):
     """tomesd works a grid out from the number of tokens, and fails at 104 of 16,384 sizes at /8."""
-    case, model = Family("", build, call), build()
+    case, model = SD15._replace(build=build, forward=call), build()
     for height, width in sizes:
         tome_core.remove_patch(model)
         vanilla = case.call(model, 1, height, width)
