@@ -43,10 +43,11 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig) -> str:
 
 
 def expected(unet: Any, config: MergeConfig, height: int, width: int) -> str:
-    """Return what to expect of pictures of a size in pixels that merge, whose gain was not measured yet, as a text.
+    """Return what to expect of pictures whose gain was not measured yet, as a text: ``about 38% less work ...``.
 
-    `unet` is the loaded model, without a patch; it is not called. `config` has the settings of the pass. Errors are
-    those of `why_not_at`.
+    Call it for a size in pixels at which `why_not_at` gives "": something merges there. `unet` is the loaded model;
+    it is not called. `config` has the settings of the pass. An UnsupportedModelError or a TypeError is raised if the
+    model cannot be patched.
     """
     share = expected_share(unet, config, height, width)
     if share is None:

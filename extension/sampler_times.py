@@ -20,7 +20,7 @@ _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 
 
 class Counts(NamedTuple):
-    """The numbers of one pass of one batch."""
+    """How many model calls and steps one pass of one batch had, and how many of the steps merged."""
 
     calls: int  # of the model
     steps: int  # as they were asked for: of a stopped pass too, and however its sampler counts

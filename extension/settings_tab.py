@@ -22,7 +22,7 @@ _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
 
 def value(key: str) -> Any:
-    """Return the value of one of the section's settings, by key; the default if it is None or missing."""
+    """Return the value of a setting of this section by key, such as "tome_strength"; its default if None or missing."""
     return host.option(key, _DEFAULTS[key])
 
 

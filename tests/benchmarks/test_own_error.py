@@ -10,7 +10,8 @@ import tome_core
 from benchmarks import own_error, results, subjects
 from benchmarks import own_error_report as tables
 from benchmarks.own_error import ALONE, ATTENTION, BOUNDED, CURVE, USUAL, Row
-from demo import prompt, sampler
+from demo import model, prompt, sampler
+from tests.small_models import tiny_scenes
 from tome_core.engine.own_error import allowed
 from tome_core.settings.presets import SDXL
 
@@ -78,11 +79,12 @@ def test_a_way_is_the_strengths_settings_but_for_what_its_name_says():
     assert not rule.only_if_it_pays
 
 
-def test_every_way_has_rows_in_the_usual_setting_and_blocks_only_where_they_merge():
+def test_every_way_has_rows_in_the_usual_setting_and_blocks_only_where_they_merge(tiny_file):
     ways = {deep: {way for way, _ in own_error.ways(USUAL, deep)} for deep in (True, False)}
     assert ways == {True: {CURVE, BOUNDED, ALONE, ATTENTION}, False: {CURVE, BOUNDED, ALONE}}
-    deep = next(path for path in own_error.MODELS if path.stem == "scenes-sdxl-deep")
-    planned = own_error.rows({path.stem: path for path in (own_error.MODELS[0], deep)}, 2, (4, 8, 20))
+    deep = tiny_file.with_name("deep.safetensors")
+    model.save(tiny_scenes.make(tiny_scenes.UNET_XL), deep)
+    planned = own_error.rows({path.stem: path for path in (tiny_file, deep)}, 2, (4, 8, 20))
     assert {row.checkpoint for row in planned if row.way == ATTENTION} == {deep.stem}
     assert len({row.key for row in planned}) == len(planned) == 2 * (2 * (5 * 5 + 3 * 4 + 3) + 2)
 

@@ -149,7 +149,7 @@ def name_of_patch(function: Any) -> str:
 
 
 def _without_folders(name: str | None) -> str:
-    """Return a module's name without the folders of a path before it."""
+    """Return a module's name after its last slash: ComfyUI names its packs by paths. "" for None."""
     return re.split(r"[/\\]", name or "")[-1]
 
 

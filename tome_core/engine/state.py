@@ -95,8 +95,8 @@ class State:
         gate = None if self.pays is None else self.pays.gate(latent)
         rules, too_wrong = (now.rules, frozenset()) if kept is None else self._bearable(now.rules, kept)
         why_off = now.why_off
-        if self._blocks_below is not None and NOT_NOW in why_off and not any(level.block for level in now.rules):
-            self.ledger.too_early += 1
+        if self._blocks_below is not None and not [rule for rule in now.live if rule.merge_blocks]:
+            self.ledger.too_early += NOT_NOW in why_off
         if self._counts_steps and kept is not None:
             rules, why_off = self._in_first_steps(rules, why_off, kept.step)
         call = ModelCall(self, timestep, rules, why_off, gate, kept, too_wrong)

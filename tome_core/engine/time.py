@@ -131,7 +131,11 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
 
 class ModelTime:
-    """The current time of a model: set by a host, or else read from the model's timestep argument."""
+    """The time of a model's calls, set by a host or read from the timestep argument, and what follows from the time.
+
+    `next_call` gives a call the rules in force, and the plans that its sampling keeps. A host names a sampling by
+    `set`; `sample` begins one of this thread. `keeps`: some rule keeps its matches over steps.
+    """
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
         self.clock, self.keeps = clock, keeps  # whether some rule keeps its matches over steps
