@@ -27,9 +27,8 @@ from tome_core.settings.presets import MARKS
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
-SDXL = "sdxl-cpu-2026-11-25"
-BLOCKS = "blocks-8-cpu-2026-11-28"
-BLOCKS_FRONT = ("blocks-choose-8-cpu-2026-11-29",)
+BLOCKS = "blocks-show-8-cpu-2026-11-29"
+BLOCKS_FRONT = ("blocks-choose-8-cpu-2026-11-29", BLOCKS)
 POOLED = ("pooled-cpu-2026-11-29", *(f"pooled-deep-{steps}-cpu-2026-11-29" for steps in (4, 8, 20)))
 OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
@@ -255,7 +254,7 @@ TABLES = {
                                         host_calls, strength, equal_time, settings)},
     "work": work.shares_table, "layouts": work.layouts_table,
     "settings_of_python": partial(settings, of_hosts=False),
-    "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
+    "quality": partial(_methods, QUALITY),
     "transformers": transformers.shares_table, "pooled": pooled_tables,
     "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
     "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]])}
