@@ -36,7 +36,6 @@ BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11
 AT_EQUAL_TIME = {"10 steps": QUALITY, "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
                  "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 HOST_CALLS = ("host-calls-sdxl-cpu-2026-11-29", "host-calls-cpu-2026-11-27")
-WORK = "work-cpu-2026-11-28"
 CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
@@ -82,13 +81,10 @@ def counted() -> str:
     """Make the Markdown table of `balanced`: times as fast by counted work, beside times as fast that were timed."""
     rows, strength = [], "balanced"
     by_host = _host_gains()
-    for pixels in calls.PIXELS:
-        timed = (by_host[SD15, name, str(pixels)] for name in ("comfyui-pytorch", "webui-sdp"))
-        rows.append(("a CPU thread, PyTorch's attention in ComfyUI, A1111", f"SD1.5, {pixels} px",
-                     work.gain(work.share(SD15, strength, pixels, "cpu")), ", ".join(timed)))  # fmt: skip
-    for row in load_result(WORK)["rows"]:
-        rows.append((f"a CPU thread, {load_result(WORK)['settings']['steps']} steps", _title(row["key"]),
-                     work.gain(row["work_saved"]), f"{work.times_as_fast(row):.2f}"))  # fmt: skip
+    for name, pixels in (*((SD15, pixels) for pixels in calls.PIXELS), (SDXL_UNET, 1024)):
+        timed = (by_host[name, attention, str(pixels)] for attention in ("comfyui-pytorch", "webui-sdp"))
+        rows.append(("a CPU thread, PyTorch's attention in ComfyUI, A1111", f"{work.LABELS[name]}, {pixels} px",
+                     work.gain(work.share(name, strength, pixels, "cpu")), ", ".join(timed)))  # fmt: skip
     card = load_result(CARD)["rows"]
     by_clock = gpu_report.factors(card)
     for case, (of, _) in gpu_report.cases(card).items():
