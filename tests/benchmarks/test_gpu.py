@@ -148,7 +148,7 @@ def test_a_row_of_a_compiled_model_says_that_whole_blocks_do_not_merge(monkeypat
     with torch.inference_mode():
         row = gpu_rows.calls(Bench("cpu", time.monotonic() + 600), models.SDXL, 512, "compiled")
     assert list(row["of"]) == ["unmerged", "renewed", "kept"] and not row["failed"]
-    assert "64 tokens in 1 group" in row["merging"]["balanced"] and "whole blocks on" not in row["merging"]["balanced"]
+    assert "64 tokens in 8 groups" in row["merging"]["balanced"] and "whole blocks on" not in row["merging"]["balanced"]
     assert "compiled without merging, its parts merge" in row["merging"]["balanced"]
 
 
