@@ -80,7 +80,7 @@ def test_the_readme_has_the_best_and_the_worst_row_of_the_results():
     by_gain = sorted(rows, key=lambda row: float(row[host_calls.GAIN]))
     for row in (by_gain[0], by_gain[-1]):
         seconds = (row[head].partition(",")[0] for head in ("unmerged, s", "built-in, s", "mean of 20, 8 steps, s"))
-        for figure in (f"{float(row[host_calls.GAIN]):.2g} times as fast", *(f"{float(one):.0f} s" for one in seconds)):
+        for figure in (f"{float(row[host_calls.GAIN]):.1f} times as fast", *(f"{float(one):.0f} s" for one in seconds)):
             assert figure in text, row
 
 
