@@ -158,7 +158,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 def _kinds_text(level: LevelTally) -> str:
     """Format a level's merged calls: ``4,096 tokens in 64 or 640 groups, 80% less work in these blocks``.
 
-    Whole blocks and MLPs are named: ``whole blocks on 286 of 1,024 tokens``. More than three kinds are told as ranges.
+    Whole blocks and MLPs are named: ``whole blocks on 201 of 1,024 tokens``. More than three kinds are told as ranges.
     Cross-attentions alone give ``3 calls merged``.
     """
     groups = _kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])
