@@ -8,6 +8,7 @@ strength does now, at 1024 px, by their error; the best is first. Work and error
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import cache
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -51,6 +52,7 @@ def errors(record: results.Record) -> dict[str, float]:
     return {name: fmean(values) for name, values in found.items()}
 
 
+@cache
 def saved(config: MergeConfig, steps: int) -> float:
     """Return the share of SDXL's work, 0 to 1, that a config leaves out in a picture of so many steps."""
     return expected_share(work.unet_of(SDXL), config, PIXELS, PIXELS, steps)

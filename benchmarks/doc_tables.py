@@ -91,21 +91,10 @@ def counted() -> str:
         name, pixels, _ = case.split()
         alone = " (attention alone)" if name == SDXL_UNET else ""
         share = work.share(name, strength, int(pixels), blocks=False)
-        rows.append(("an H200's own time (by the clock)", f"{_title(case)}{alone}", work.gain(share),
-                     f"{_of_card(of, _early_in_attention(name, strength)):.2f} ({by_clock[case]:.2f})"))  # fmt: skip
+        early = calls.share_from(preset(strength, calls.CURVES[name]).early_until)  # of its attention
+        rows.append(("an H200's own time (by the clock)", f"{work.LABELS[name]}, {pixels} px{alone}", work.gain(share),
+                     f"{_of_card(of, early):.2f} ({by_clock[case]:.2f})"))  # fmt: skip
     return markdown(("timed on", "of", "counted", "timed"), rows)
-
-
-def _early_in_attention(name: str, strength: str) -> float:
-    """Return the share, 0 to 1, of 20 uniform steps whose attention merges by a strength's early ratio."""
-    until = preset(strength, calls.CURVES[name]).early_until
-    return fmean(1001 - 50 * (step + 1) >= until for step in range(20))
-
-
-def _title(case: str) -> str:
-    """Format ``sdxl 1024 px`` or ``sdxl, 1024 px, balanced`` as ``SDXL, 1024 px``."""
-    name, pixels, *_ = case.replace(",", "").split()
-    return f"{work.LABELS[name]}, {pixels} px"
 
 
 def _of_card(of: dict[str, Any], early: float) -> float:

@@ -190,7 +190,12 @@ def share_of_early(preset_name: str, unet: str, steps: int = 20) -> float:
     config = preset(preset_name, CURVES[unet])
     limits = [rule.max_timestep for rule in config.rules if rule.merge_blocks]
     limit = limits[0] if limits else 1001.0 if config.early_ratio is None else config.early_until
-    return fmean(1001 - 1000 * (step + 1) / steps >= limit for step in range(steps))
+    return share_from(limit, steps)
+
+
+def share_from(timestep: float, steps: int = 20) -> float:
+    """Return the share, 0 to 1, of a picture's uniform steps that are at a timestep or above."""
+    return fmean(1001 - 1000 * (step + 1) / steps >= timestep for step in range(steps))
 
 
 def figures(rows: Sequence[dict[str, Any]], preset_name: str, unet: str) -> list[str]:

@@ -16,7 +16,7 @@ from tome_core.models import unet
 from tome_core.models.fewer_tokens import WholeBlockSite
 from tome_core.models.wrap import wrap_of
 from tome_core.patching import curve_of
-from tome_core.settings.presets import MARKS, refine_of
+from tome_core.settings.presets import MARKS, change_rules, refine_of, rules_of_blocks
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
 PLAIN = "unmerged"
@@ -89,17 +89,16 @@ def attention_alone(value: float) -> PutOn:
     """Make a function (unet, seed) -> context manager that merges by a strength, 0 to 1, but no whole blocks."""
 
     def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
-        config = tome_core.strength(value, curve_of(unet))
-        rules = tuple(rule for rule in config.rules if not rule.merge_blocks)
-        return engine(config=replace(config, rules=rules), only_if_it_pays=False)(unet, seed)
+        config = change_rules(tome_core.strength(value, curve_of(unet)), 0.0)
+        return engine(config=config, only_if_it_pays=False)(unet, seed)
 
     return put_on
 
 
 def blocks_rule(share: float, below: float) -> MergeRule:
-    """Return the rule by which whole blocks of SDXL's coarsest level run on a share of the tokens below a timestep."""
-    return MergeRule(merge_attn=False, merge_blocks=True, ratio=1 - share, sx=4, sy=4, metric="input", side="kv",
-                     use_rand=False, keep=60.0, min_downsample=4, max_timestep=below)  # fmt: skip
+    """Return a strength's rule for whole blocks, on a share of the tokens below a timestep, without bound and gate."""
+    (rule,) = rules_of_blocks(1.0)
+    return replace(rule, ratio=1 - share, max_timestep=below, max_error=None, only_if_it_pays=False)
 
 
 def whole_blocks(share: float, below: float, keep_whole: int = 1, stretches: int = 1) -> PutOn:

@@ -24,7 +24,7 @@ from benchmarks.models import SD15, SDXL
 from benchmarks.report import markdown
 from tome_core.measuring.expected import expected_share
 from tome_core.patching import curve_of
-from tome_core.settings.presets import MARKS
+from tome_core.settings.presets import MARKS, change_rules
 
 LABELS = {SD15: "SD1.5", SDXL: "SDXL"}
 PIXELS = (512, 768, 1024, 1536, 2048)
@@ -80,7 +80,7 @@ def layout_of(label: str) -> nn.Module:
 def config_of(name: str, strength: str, blocks: bool = True) -> tome_core.MergeConfig:
     """Return the settings of a named strength for a UNet of `LABELS`; blocks: whether whole blocks merge too."""
     config = tome_core.preset(strength, curve_of(_unet(name)))
-    return config if blocks else replace(config, rules=tuple(rule for rule in config.rules if not rule.merge_blocks))
+    return config if blocks else change_rules(config, 0.0)
 
 
 def share(name: str, strength: str, pixels: int, device: str = "meta", blocks: bool = True) -> float:
