@@ -31,8 +31,8 @@ MOST_MERGED = 3 / 4  # a step that keeps a larger share of keys is not merged: m
 _FINE_CELLS = 5 / PARTS
 # At strengths 0, .05, .1 and so on: the share of keys that late steps keep, in 1/64, and the timestep from which on
 # steps are early and keep `EARLY_SHARE`. Chosen from measurements by ``python -m benchmarks.strength``. SDXL's ends at
-# .4: attention is a twentieth of its work at 1024 px, and more of it would save nothing there (at 2048 px 3%) and err
-# as much as whole blocks that save 5% (``python -m benchmarks.blocks``).
+# .4: attention is a twentieth of its work at 1024 px, and more of it would save nothing there (at 2048 px 3%). From .25
+# to .5 it errs as much more as whole blocks that save a tenth (docs/methods.md, "Whole blocks").
 CURVES = {
     "sd": ((64, 1000), (64, 787), (64, 609), (41, 578), (35, 498), (26, 472), (21, 457), (17, 440), (14, 413),
            (11, 405), (9, 375), (8, 355), (7, 339), (6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160),
